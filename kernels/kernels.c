@@ -74,7 +74,8 @@ static void fail_refused(Op op, const Field *f) {
   fail("%s: %s", op, sentence);
 }
 
-// Called for every operation of every step, so it only walks short strings.
+// Called for every operation of every step, so it only walks short strings. From the axes on, only "strided"
+// has a d, and only "absent" an a.
 void check_fields(Op op, const Field *fields) {
   int64_t sizes[LETTERS];
   memset(sizes, -1, sizeof sizes);
@@ -93,9 +94,9 @@ void check_fields(Op op, const Field *fields) {
       unsigned types = types_of(f->form, operand);
       if (!(types >> t->dtype & 1)) fail_type(op, f, types);
       if (f->form[0] == 'T' && operand == DTYPE_COUNT) operand = t->dtype;
-      if (t->rank > 1 && !tensor_is_dense(*t) && !strstr(axes, "strided"))
+      if (t->rank > 1 && !tensor_is_dense(*t) && !strchr(axes, 'd'))
         fail("%s: %s is %s with gaps between its rows", op, f->name, tensor_text(*t).text);
-    } else if (!strstr(axes, "absent")) {
+    } else if (!strchr(axes, 'a')) {
       fail("%s: %s is missing", op, f->name);
     }
   }
@@ -292,18 +293,21 @@ int64_t lce_row_parts(const SoftmaxStatistics *softmax) {
 #define FORM_F32 "fp32"
 #define FORM_I32 "int32"
 
-// Checks that given vectors have `rows` elements, and that those named in `needed` are given.
-static void check_softmax(Op op, const SoftmaxStatistics *softmax, int64_t rows, const char *needed) {
+// A set of statistics has a bit for each.
+#define BIT(name) (1u << offsetof(SoftmaxStatistics, name) / sizeof(Tensor))
+#define ROW_SUMS  (BIT(target_z) | BIT(anchor) | BIT(row_sum) | BIT(target_e)) // what a row's loss needs
+#define SCALES    (BIT(scale_non_target) | BIT(scale_target))
+
+// Checks that given vectors have `rows` elements, and that those `needed` are given.
+static void check_softmax(Op op, const SoftmaxStatistics *softmax, int64_t rows, unsigned needed) {
 #define ROW(name, type, label)                                                                               \
   NAMED("softmax." #name, softmax->name,                                                                     \
-        strstr(needed, #name) ? FORM_##type " [C]" : FORM_##type " [C] or absent"),
+        (needed & BIT(name)) ? FORM_##type " [C]" : FORM_##type " [C] or absent"),
   CHECK(SIZE(C, rows),
         SOFTMAX_STATISTICS(ROW) REFUSE(tensor_exists(softmax->max) != tensor_exists(softmax->best),
                                        "one of softmax.max and softmax.best is absent"));
 #undef ROW
 }
-#define ROW_SUMS "target_z, anchor, row_sum, target_e" // what a row's loss needs
-#define SCALES   "scale_non_target, scale_target"
 
 NEEDS(shard_indices, ShardIndices, FIELD(indices, "int32 [N]"), FIELD(out, "int32 [N]"),
       REFUSE(a->first < 0 || a->count < 0, "a part of %lld entries from %lld on", a->count, a->first))
@@ -332,7 +336,7 @@ static void check_lce_logits_exp(Op op, Backend *backend, LceLogitsExp *a) {
 static void check_lce_combine(Op op, Backend *backend, LceCombine *a) {
   CHECK(FIELD(targets, "int32 [C]"),
         SIZE(P, lce_row_parts(&a->softmax) * a->targets.shape[0] * backend->ranks), FIELD(parts, "fp32 [P]"));
-  check_softmax(op, &a->softmax, a->targets.shape[0], ROW_SUMS ", rescale");
+  check_softmax(op, &a->softmax, a->targets.shape[0], ROW_SUMS | BIT(rescale));
 }
 
 void check_loss_terms(Op op, const LossTerms *a, int64_t vocab_size) {
@@ -364,9 +368,7 @@ static void check_lce_row_losses(Op op, Backend *backend, LceRowLosses *a) {
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"),
         FIELD(smoothing_bias, "fp32 [1] or absent"));
   check_softmax(op, &a->softmax, a->targets.shape[0],
-                !backward    ? ROW_SUMS
-                : !smoothing ? ROW_SUMS SCALES
-                             : ROW_SUMS SCALES "scale_uniform");
+                ROW_SUMS | (backward ? SCALES : 0) | (backward && smoothing ? BIT(scale_uniform) : 0));
 }
 
 static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradients *a) {
@@ -375,7 +377,7 @@ static void check_lce_sampled_gradients(Op op, Backend *backend, LceSampledGradi
         SIZE(A, ceil_div(a->exps.shape[0], LCE_TILE_ROWS)),
         SIZE(B, ceil_div(a->exps.shape[1], LCE_TILE_COLUMNS)), FIELD(tiles, "fp32 [A, B]"),
         FIELD(tile_sums, "fp32 [C, B]"), FIELD(stats, "fp32 [3]"), FIELD(kept, "int32 [K] or absent"));
-  check_softmax(op, &a->softmax, a->exps.shape[0], "row_sum, target_e");
+  check_softmax(op, &a->softmax, a->exps.shape[0], BIT(row_sum) | BIT(target_e));
   if (!(a->full_mass > 0)) fail("%s: full_mass is %g, which is not above 0", op, (double)a->full_mass);
   if (a->alpha == 0) a->alpha = 1;
 }
@@ -384,7 +386,7 @@ static void check_lce_input_gradient(Op op, Backend *backend, LceInputGradient *
   bool smoothing = tensor_exists(a->smoothing_row) || tensor_exists(a->softmax.scale_uniform);
   CHECK(FIELD(weight, "T [V, H] strided"), FIELD(dx, "fp32|bf16 [C, H]"), FIELD(targets, "int32 [C]"),
         FIELD(smoothing_row, smoothing ? "fp32 [H]" : "fp32 [H] or absent"));
-  check_softmax(op, &a->softmax, a->dx.shape[0], smoothing ? SCALES "scale_uniform" : SCALES);
+  check_softmax(op, &a->softmax, a->dx.shape[0], SCALES | (smoothing ? BIT(scale_uniform) : 0));
 }
 
 NEEDS(lce_target_gradient, LceTargetGradient, FIELD(x, "T [C, H]"), FIELD(dweight, "fp32|bf16 [V, H]"),

@@ -111,7 +111,7 @@ static void add_weight(Model *m, void *owner, const char *prefix, const WeightRo
     if (scaled) p->stddev /= sqrt(2.0 * (double)c->num_hidden_layers);
     *b = (Parameter){.group = GROUP_VECTORS, .rank = 1, .shape = {outputs}, .init = INIT_ZEROS};
     snprintf(p->name, sizeof p->name, "%s%s.weight", prefix, part->name);
-    snprintf(b->name, sizeof b->name, "%s%s.bias", prefix, part->name);
+    if (bias) snprintf(b->name, sizeof b->name, "%s%s.bias", prefix, part->name);
   }
   if (count) parameters_add(&m->parameters, weight, weights, count);
   if (bias) parameters_add(&m->parameters, &((WeightAndBias *)weight)->bias, biases, count);
