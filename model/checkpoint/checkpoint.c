@@ -247,6 +247,8 @@ static bool is_own_link(const char *directory, const char *name) {
          (is_latest(name) ? is_step(target) : !strcmp(target, path_in(LATEST, name).text));
 }
 
+static bool is_whole(const char *folder, bool contents, Reason *reason);
+
 // Fails on another program's files by our names, which would be mixed with ours or lost, and on another run's
 // checkpoints: `own` says that those up to first_step are this run's.
 static void refuse_foreign(const char *directory, int64_t first_step, bool own, bool may_replace) {
@@ -255,8 +257,11 @@ static void refuse_foreign(const char *directory, int64_t first_step, bool own, 
   for (int i = 0; i < l.count; i++) {
     const char *name = l.entries[i]->d_name;
     bool ahead = is_step(name) && step_of(name) > first_step;
-    if (ahead && may_replace && !remove_folder(path_in(directory, name).text, &reason))
+    Path path = path_in(directory, name);
+    if (ahead && may_replace && !remove_folder(path.text, &reason))
       fail("--save %s: %s; move it away", directory, reason.text);
+    if (ahead && !may_replace && !is_whole(path.text, false, &reason))
+      fail("--save %s: %s; move %s away, or name another directory", directory, reason.text, name);
     if (ahead && !may_replace)
       fail("--save %s already contains %s, which is further along than this run; --resume auto continues "
            "from it, or name another directory",

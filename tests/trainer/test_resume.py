@@ -300,6 +300,11 @@ def test_auto_begins_with_a_model(folder):
     train(job.replace("auto", f"{folder}/tuned") + "3").refused("--init begins with the model in ", "give one of them")
     (folder / "tuned/step-000001" / STATE).write_text("{")
     assert "; the weights beside it are not checked" in train(f"--device cpu --init {folder}/tuned/step-000001 --data {TEXT} --steps 0").ok().err
+    for step in "step-000002", "step-000001":  # without its state, no run can continue from it
+        (folder / "tuned" / step / STATE).unlink()
+        train(f"{RUN} --save {folder}/tuned").refused(f"/{step}/{STATE} does not exist; move {step} away")
+        (folder / "tuned" / step).rename(folder / step)
+    train(f"{RUN} --save {folder}/tuned").ok("saved in")
 
 
 # A signal ends the run after its step, with a checkpoint. The wish may come at any step.
