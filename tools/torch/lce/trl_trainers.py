@@ -25,11 +25,15 @@ def whole_head(x, weight, bias, scale):
     return weight, bias
 
 
-class LogProbs:
-    """In place of TRL's function, `trls`. Its logits are c tanh(s z / c) / T, with a logit_scale s."""
+class InPlace:
+    """Stands in the place of TRL's function `trls`."""
 
     def __init__(self, trls, chunk):
         self.trls, self.chunk = trls, chunk
+
+
+class LogProbs(InPlace):
+    """Log-probabilities of logits c tanh(s z / c) / T, with a logit_scale s."""
 
     def apply(self, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None, logit_scale=1.0,
               outputs=OUTPUTS):
@@ -59,11 +63,8 @@ class LogProbs:
             raise TypeError("add_fused_lm_head does not call _ChunkedLogProbFunction")
 
 
-class DivergenceLoss:
-    """In place of TRL's function, `trls`: the loss, the sum of the student's entropies, and the number of tokens."""
-
-    def __init__(self, trls, chunk):
-        self.trls, self.chunk = trls, chunk
+class DivergenceLoss(InPlace):
+    """The loss, the sum of the student's entropies, and the number of tokens."""
 
     def __call__(self, student_hidden_states, teacher_hidden_states, student_lm_head_weight, teacher_lm_head_weight,
                  completion_mask, beta, num_items_in_batch=None, student_lm_head_bias=None, teacher_lm_head_bias=None,

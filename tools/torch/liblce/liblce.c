@@ -92,12 +92,19 @@ static bool is_open(const lce_context *context) {
   return context;
 }
 
-// A call begins with this and ends with `return leave(0)`; where it fails between them it returns 1.
+// A call begins with this and ends with leave(0) or end_planned; where it fails between them it returns 1.
 #define ENTER(of)                                                                                            \
   if (!is_open(of)) return 1;                                                                                \
   Frame entered = {.context = of, .name = __func__};                                                         \
   enter(&entered);                                                                                           \
   if (setjmp(entered.caller)) return failed()
+
+// The plan to run the call on before it starts: it checks all that the backend does, and counts the bytes.
+static Backend *plan_of(lce_context *context, bool fixed_order) {
+  batch_invariant(context->backend, &context->ops, context->plan->fixed_order = fixed_order);
+  ledger_reset_peak(&context->plan->memory.ledger);
+  return context->plan;
+}
 
 // Between these the call gives the device work, in its place on the caller's stream.
 static void start(lce_context *context, void *stream) {
@@ -112,6 +119,24 @@ static void start(lce_context *context, void *stream) {
 static void end(lce_context *context) {
   backend_precede(context->backend, context->stream, &context->handed);
   context->queued = false;
+}
+
+// The same for a call that has been planned; returns the bytes that it holds.
+static size_t start_planned(lce_context *context, void *stream) {
+  Backend *backend = context->backend;
+  size_t bytes = context->plan->memory.ledger.stack_peak;
+  start(context, stream);
+  if (bytes > backend->memory.stack_capacity) {
+    backend_synchronize(backend); // earlier calls may still use the stack that goes
+    memory_set_stack(&backend->memory, bytes);
+  }
+  return bytes;
+}
+
+static int end_planned(lce_context *context, size_t bytes) {
+  end(context);
+  context->held_bytes = bytes;
+  return leave(0);
 }
 
 EXPORTED const char *lce_last_error(void) {
@@ -437,16 +462,6 @@ static void run(Backend *backend, LogProbGradients r) {
   memory_pop_to(&backend->memory, mark);
 }
 
-// The bytes that the call will push, by a plan, which checks all that the backend does.
-static size_t planned_bytes(Backend *plan, LogProbGradients r) {
-  LogProbGradients checked = r;
-  if (r.call.scale == 0) checked.call.scale = 1; // checks the tensors of dropped gradients too
-  run(plan, checked);
-  ledger_reset_peak(&plan->memory.ledger);
-  run(plan, r);
-  return plan->memory.ledger.stack_peak;
-}
-
 static Tensor scaled_tensor(const char *name, const void *data, int dtype, int64_t count) {
   if (!data || (uintptr_t)data % (dtype ? 2 : 4))
     fail("lce_scale: %s is at %p, which is no address of its elements", name, data);
@@ -468,26 +483,19 @@ EXPORTED int lce_scale(lce_context *context, void *out, int out_dtype, const voi
   return leave(0);
 }
 
-static void make_room(Backend *backend, size_t bytes) {
-  if (bytes <= backend->memory.stack_capacity) return;
-  backend_synchronize(backend); // earlier calls may still use the stack that goes
-  memory_set_stack(&backend->memory, bytes);
-}
-
 EXPORTED int lce_linear_cross_entropy(lce_context *context, const lce_args *args) {
   ENTER(context);
   Backend *backend = context->backend;
   const LogProbGradients request = checked_request(args, backend);
-  batch_invariant(backend, &context->ops, context->plan->fixed_order = args->batch_invariant);
-  size_t bytes = planned_bytes(context->plan, request);
-  start(context, args->stream);
-  make_room(backend, bytes);
+  LogProbGradients checked = request;
+  if (request.call.scale == 0) checked.call.scale = 1; // checks the tensors of dropped gradients too
+  run(plan_of(context, args->batch_invariant), checked);
+  run(plan_of(context, args->batch_invariant), request);
+  size_t bytes = start_planned(context, args->stream);
   if (args->check_targets > 0 || (args->check_targets == 0 && backend->device == ON_CPU))
     check_ids(backend, "targets", request.call.targets, args->vocab_size);
   run(backend, request);
-  end(context);
-  context->held_bytes = bytes;
-  return leave(0);
+  return end_planned(context, bytes);
 }
 
 // --- log-probabilities of given ids ------------------------------------------------------------------------
@@ -558,22 +566,16 @@ static void run_ids(Backend *backend, IdLogProbs r) {
 
 EXPORTED int lce_ids_log_probs(lce_context *context, const lce_ids_args *args) {
   ENTER(context);
-  Backend *backend = context->backend, *plan = context->plan;
+  Backend *backend = context->backend;
   const IdLogProbs request = checked_ids(args, backend);
-  batch_invariant(backend, &context->ops, plan->fixed_order = args->batch_invariant);
-  ledger_reset_peak(&plan->memory.ledger);
-  run_ids(plan, request);
-  size_t bytes = plan->memory.ledger.stack_peak;
-  start(context, args->stream);
-  make_room(backend, bytes);
+  run_ids(plan_of(context, args->batch_invariant), request);
+  size_t bytes = start_planned(context, args->stream);
   if (args->check_ids > 0 || (args->check_ids == 0 && backend->device == ON_CPU)) {
     check_ids(backend, "ids", request.ids, args->vocab_size);
     if (args->offsets) check_offsets(backend, request.offsets, args->id_count);
   }
   run_ids(backend, request);
-  end(context);
-  context->held_bytes = bytes;
-  return leave(0);
+  return end_planned(context, bytes);
 }
 
 // --- divergences -------------------------------------------------------------------------------------------
@@ -613,16 +615,9 @@ static LinearDivergence checked_divergence(const lce_divergence_args *a, const B
 
 EXPORTED int lce_linear_divergence(lce_context *context, const lce_divergence_args *args) {
   ENTER(context);
-  Backend *backend = context->backend, *plan = context->plan;
-  const LinearDivergence request = checked_divergence(args, backend);
-  batch_invariant(backend, &context->ops, plan->fixed_order = false);
-  ledger_reset_peak(&plan->memory.ledger);
-  linear_divergence(plan, request);
-  size_t bytes = plan->memory.ledger.stack_peak;
-  start(context, args->stream);
-  make_room(backend, bytes);
-  linear_divergence(backend, request);
-  end(context);
-  context->held_bytes = bytes;
-  return leave(0);
+  const LinearDivergence request = checked_divergence(args, context->backend);
+  linear_divergence(plan_of(context, false), request);
+  size_t bytes = start_planned(context, args->stream);
+  linear_divergence(context->backend, request);
+  return end_planned(context, bytes);
 }
