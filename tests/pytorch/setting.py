@@ -51,6 +51,16 @@ def all_close(what, got, want, most):
         close(f"{what}, {i}", *pair, most)
 
 
+def double(*tensors):
+    """The same in float64, also as leaves; integers as they are."""
+    return [t if t is None or not t.is_floating_point() else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def gradients(output, tensors, upstream=None, **options):
+    """Those of the tensors that want one."""
+    return torch.autograd.grad(output, [t for t in tensors if t is not None and t.requires_grad], upstream, **options)
+
+
 @contextlib.contextmanager
 def calls_of_the_operator(seen=lambda *_: None, module="functional"):
     """A list to which every call of a module's operator adds what `seen` makes of its arguments."""

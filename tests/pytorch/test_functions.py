@@ -8,7 +8,7 @@ import subprocess
 import sys
 import types
 
-from setting import DEVICE, all_close, calls_of_the_operator, close, raises, run, torch
+from setting import DEVICE, all_close, calls_of_the_operator, close, double, gradients, raises, run, torch
 
 if torch:
     import torch.nn.functional as F
@@ -51,15 +51,10 @@ def reference(x, weight, target, bias=None, ignore_index=-100, reduction="mean",
     return loss.sum() / (counts if cw is None else cw[y.clamp(0)] * counts).sum()
 
 
-def double(*tensors):
-    return [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
-
-
 def results(output, *inputs, upstream=None, again=False):
     """The output, and its gradients where an input wants one; `again`: the graph stays."""
-    inputs = [t for t in inputs if t is not None and t.requires_grad]
     upstream = torch.ones_like(output) if upstream is None else upstream.to(output.dtype)
-    return output, *torch.autograd.grad(output, inputs, upstream, retain_graph=again)
+    return output, *gradients(output, inputs, upstream, retain_graph=again)
 
 
 def compare(what, x, weight, bias, target, most, **options):
@@ -233,6 +228,8 @@ def hooks_that_free():
     functions += [lambda x, c=c: sum(linear_log_probs(x, weight, target, bias=bias, chunk=c)) for c in (0, 1000)]
     functions += [lambda x: sum(t.sum() for t in lce.linear_log_probs(x, weight, ids, bias=bias, entropy=True)),
                   lambda x: sum(t.sum() for t in lce.linear_ids_log_probs(x.view(-1, H), weight, ids.view(-1)[:84], offsets=offsets))]
+    functions += [lambda x, r=r: lce.linear_divergence(x, weight, x.flip(-1), weight.flip(0), "jsd", bias=bias, reduction=r)
+                  for r in REDUCTIONS]
     for i, function in enumerate(functions):
         want = results(function(2 * x).sum(), x, weight)
         for way in ways:

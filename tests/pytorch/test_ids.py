@@ -2,7 +2,7 @@
 """linear_ids_log_probs of tools/torch, and what is made of it, against PyTorch's operations in float64."""
 import itertools
 
-from setting import DEVICE, all_close, close, raises, run, torch
+from setting import DEVICE, all_close, close, double, gradients, raises, run, torch
 
 if torch:
     import torch.nn.functional as F
@@ -31,14 +31,11 @@ def reference(x, weight, ids, temperature=1.0, bias=None, softcap=0.0):
 
 def compare(what, function, wanted, *tensors, most=3e-6):
     """Outputs and gradients, for any upstream gradient."""
-    leaves = [t for t in tensors if t is not None and t.requires_grad]
-    exact = [t.detach().double().requires_grad_(t.requires_grad) if t is not None and t.is_floating_point() else t
-             for t in tensors]
+    exact = double(*tensors)
     got, want = function(*tensors), wanted(*exact)
     upstream = [torch.randn_like(t) for t in got]
-    gradients = torch.autograd.grad(got, leaves, upstream)
-    exact = [t for t in exact if t is not None and t.requires_grad]
-    all_close(what, (*got, *gradients), (*want, *torch.autograd.grad(want, exact, [u.double() for u in upstream])), most)
+    all_close(what, (*got, *gradients(got, tensors, upstream)),
+              (*want, *gradients(want, exact, [u.double() for u in upstream])), most)
 
 
 def values():
