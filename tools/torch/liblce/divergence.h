@@ -32,7 +32,7 @@ typedef struct {
   Tensor mask, token_weights;      // int32 [N], fp32 [N]; or absent: 1
   // Each may be absent: x's dtype [N, H]; fp32, or in few chunks W's dtype, [V, H]; fp32 [V].
   Tensor dx, dweight, dbias;
-  Tensor row_terms; // of a chunk on a GPU: fp32 [C, DIVERGENCE_ROW_FLOATS], scratch
+  Tensor row_terms; // fp32 [C, DIVERGENCE_ROW_FLOATS]: scratch of a chunk on a GPU
 } LinearDivergence;
 
 // So many chunks may be summed in bf16: their roundings come to 1.6 to 1.9 times the one of a sum in fp32.

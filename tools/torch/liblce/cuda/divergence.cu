@@ -1,5 +1,5 @@
-// A divergence on a GPU: a kernel computes both softmaxes of each row, and another the loss and the gradient
-// from them, for which it reads a row once, or twice where the gradient needs the loss.
+// A divergence on a GPU: a block computes its row's two softmaxes, and from them the loss and the gradient, for
+// which it reads the row once more, or twice where the gradient needs the loss.
 //
 // On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and
 // clusters of 8 blocks hold a row in shared memory until its sums are known: 6 bytes an entry in bf16, two
@@ -116,25 +116,6 @@ template <typename T> static DEVICE float distance_of(float u, const RowSoftmax 
   return fmaxf((u - s.max) * head.distance, LEAST_DISTANCE);
 }
 
-template <typename T, bool TILES>
-static __global__ void __launch_bounds__(512, 2)
-    row_terms_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<T> student,
-                     const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
-  int64_t row = blockIdx.x;
-  int columns = (int)a.student.logits.shape[1], best, unused;
-  RowSoftmax p = row_softmax<TILES>(student, terms.share, row, columns, best),
-             q = row_softmax<TILES>(teacher, terms.teacher_share, row, columns, unused);
-  if (threadIdx.x > 0) return;
-  float at_best[1], slope[1];
-  entries_of(at_best, slope, teacher, row, best, columns);
-  DivergenceEntry e = entry_of_distances(terms, p, q, 0, distance_of(at_best[0], q, teacher));
-  float unit = terms.kind == FORWARD_KL ? 1 : ENTRY_UNIT; // of divergence_slope
-  float scale = read(a.token_weights, row, 1) * student.distance * ENTRY_UNIT * unit;
-  data_of<RowTerms>(a.row_terms)[row] = {p, q, e.lead, counts(a, row) ? scale : 0};
-}
-
-// --- the loss and the gradient -----------------------------------------------------------------------------
-
 // Sums over a row's entries, in units of ENTRY_UNIT; of log p and of the excess over lead_at_max under p.
 struct RowTotals {
   float loss = 0, log_p = 0, excess = 0;
@@ -149,16 +130,26 @@ struct RowTotals {
   }
 };
 
-// A block takes a row.
-template <typename T, DivergenceKind KIND>
+// A block takes a row. TILES: it computes the row's terms alone, for held_kernel.
+template <typename T, DivergenceKind KIND, bool TILES>
 static __global__ void __launch_bounds__(512, 2)
     divergence_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<T> student,
                       const __grid_constant__ Head<T> teacher, DivergenceTerms terms) {
   int64_t row = blockIdx.x;
-  int columns = (int)a.student.logits.shape[1];
-  const RowTerms r = data_of<RowTerms>(a.row_terms)[row];
+  int columns = (int)a.student.logits.shape[1], best, unused_column;
   constexpr int W = WIDTH<T>;
   terms.kind = KIND;
+  RowTerms r = {row_softmax<TILES>(student, terms.share, row, columns, best),
+                row_softmax<TILES>(teacher, terms.teacher_share, row, columns, unused_column)};
+  float at_best[1], slope_at_best[1], unit = KIND == FORWARD_KL ? 1 : ENTRY_UNIT; // of divergence_slope
+  entries_of(at_best, slope_at_best, teacher, row, best, columns);
+  r.lead_at_max =
+      entry_of_distances(terms, r.student, r.teacher, 0, distance_of(at_best[0], r.teacher, teacher)).lead;
+  r.scale = counts(a, row) ? read(a.token_weights, row, 1) * student.distance * ENTRY_UNIT * unit : 0;
+  if (TILES) {
+    if (threadIdx.x == 0) data_of<RowTerms>(a.row_terms)[row] = r;
+    return;
+  }
   RowTotals totals;
   // Adds W entries to the totals, or stores their gradient; forward KL does both at once.
   auto pass = [&](bool add, bool store_gradient, float mean_excess) {
@@ -317,7 +308,7 @@ static bool held_divergence(KernelLaunch launch, const LinearDivergence *a, cons
   int stages = (int)min_i64(3, ((227 - 4) << 10) / bytes), clusters;        // 4 KiB for the sums
   if (!student.best || !teacher.best || columns % WIDTH<bf16> || stages < 2) return false;
   launch.block = 256;
-  launch_kernel(launch, row_terms_kernel<bf16, true>, *a, student, teacher, terms);
+  launch_kernel(launch, divergence_kernel<bf16, KIND, true>, *a, student, teacher, terms);
   launch.grid = rows * CLUSTER_BLOCKS, launch.block = HELD_THREADS;
   launch.shared_bytes = stages * bytes, launch.cluster = CLUSTER_BLOCKS;
   LaunchConfig config(launch, held_kernel<KIND>);
@@ -338,8 +329,7 @@ template <DivergenceKind KIND> static void divergence(Backend *backend, const Li
     KernelLaunch launch = {"a divergence", cuda_stream(backend), logits.shape[0], threads};
     if constexpr (sizeof(T) == 2)
       if (held_divergence<KIND>(launch, a, student, teacher, terms)) return;
-    launch_kernel(launch, row_terms_kernel<T, false>, *a, student, teacher, terms);
-    launch_kernel(launch, divergence_kernel<T, KIND>, *a, student, teacher, terms);
+    launch_kernel(launch, divergence_kernel<T, KIND, false>, *a, student, teacher, terms);
   });
 }
 
