@@ -16,6 +16,7 @@
 #include "kernels/base/integers.h"
 #include "kernels/lce/call.h"
 #include "kernels/needs.h"
+#include "tools/torch/liblce/operations.h"
 
 int64_t divergence_chunk(const Backend *backend, int64_t tokens) {
   return backend->device == ON_CUDA ? 2048 : lce_default_chunk(backend->device, tokens);
@@ -64,18 +65,6 @@ static void push_logits_of(Backend *backend, const char *name, DivergenceHead *h
   linear_forward(backend, (LinearForward){.out = head->logits, .x = head->x, .weight = head->weight});
 }
 
-static void divergence(Backend *backend, LinearDivergence *a) {
-  int64_t rows = a->student.x.shape[0];
-  if (backend->device == ON_CUDA)
-    a->row_terms = memory_push_2d(&backend->memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32, rows,
-                                  DIVERGENCE_ROW_FLOATS);
-  if (backend->memory.planning) return;
-#ifdef HAVE_CUDA
-  if (backend->device == ON_CUDA) return cuda_divergence(backend, a);
-#endif
-  cpu_divergence(backend, a);
-}
-
 void linear_divergence(Backend *backend, LinearDivergence a) {
   check(__func__, &a);
   Memory *memory = &backend->memory;
@@ -90,7 +79,10 @@ void linear_divergence(Backend *backend, LinearDivergence a) {
     for (int64_t at = 0; at < count; at += most) {
       LinearDivergence part = rows_of(chunk, at, min_i64(most, count - at));
       push_logits_of(backend, "teacher's logits", &part.teacher);
-      divergence(backend, &part);
+      if (backend->device == ON_CUDA)
+        part.row_terms = memory_push_2d(memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32,
+                                        part.student.x.shape[0], DIVERGENCE_ROW_FLOATS);
+      if (!memory->planning) ON_DEVICE(divergence)(backend, &part);
       memory_pop_to(memory, teachers);
     }
     Tensor dout = chunk.student.logits, x = chunk.student.x, weight = a.student.weight;

@@ -51,12 +51,6 @@ NEEDS(read_targets, ReadTargets, FIELD(ids, "int32|int64 [N]"), FIELD(targets, "
 #define GRADIENT(field) FIELD(field, backend->device == ON_CUDA ? "fp32|bf16 [N]" : "fp32 [N]")
 NEEDS(scale_by, ScaleBy, GRADIENT(x), GRADIENT(out), FIELD(factor, "fp32 [1] or absent"))
 
-#ifdef HAVE_CUDA
-#define ON_DEVICE(name) (backend->device == ON_CUDA ? cuda_##name : cpu_##name)
-#else
-#define ON_DEVICE(name) cpu_##name
-#endif
-
 // On a GPU lce_logits_gradient has a tile of logits as scratch.
 static Tensor push_scratch(Backend *backend, const LceLogitsGradient *a) {
   if (backend->device == ON_CPU || !tensor_exists(a->x)) return (Tensor){0};

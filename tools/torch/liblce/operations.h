@@ -107,6 +107,13 @@ typedef struct {
   int64_t vocab_size;
 } ReadTargets;
 
+// The function of the backend's device.
+#ifdef HAVE_CUDA
+#define ON_DEVICE(name) (backend->device == ON_CUDA ? cuda_##name : cpu_##name)
+#else
+#define ON_DEVICE(name) cpu_##name
+#endif
+
 // S: with scratch of its own.
 #define TORCH_OPERATIONS(X, S)                                                                               \
   X(lce_gradient_factors, LceGradientFactors)                                                                \
