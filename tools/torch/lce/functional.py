@@ -167,35 +167,35 @@ def operator_of(name, call, fake, schema, *tags):
 
 
 def operator_of_heads(name, args_type, schema, results, more, *tags):
-    """An operator over the function lce_`name` that computes those results that are wanted; the others have no elements.
-    The schema names the fields of args_type, beside dtype, dweight_dtype and `wanted`; `more` computes further ones."""
-    names = [argument.split()[-1] for argument in schema[1:-1].split(", ")]
+    """An operator over lce_`name`. The schema's arguments are fields of args_type, but for dtype, dweight_dtype and `wanted`,
+    a flag for each of the results; one that is not wanted has no elements. `more` computes further fields."""
+    kinds, names = zip(*(argument.split() for argument in schema[1:-1].split(", ")))
+    tensor_names = [name for kind, name in zip(kinds, names) if kind.startswith("Tensor")]
+    operands = [name for name in tensor_names if name.endswith(("x", "weight", "bias"))]
 
-    def empty(*given):
-        x, weight, ids, dtype, dweight_dtype, wanted = map(dict(zip(names, given)).get, (
-            "x", "weight", "ids", "dtype", "dweight_dtype", "wanted"))
+    def empty(x, weight, dtype, dweight_dtype, wanted, ids=None, **_):
         per_token, wide = x.shape[:1], torch.float32
-        kinds = dict(dx=(x.shape, dtype), dweight=(weight.shape, dweight_dtype), dbias=(weight.shape[:1], wide),
-                     log_probs=(per_token if ids is None else ids.shape, wide))
-        return tuple(x.new_empty(shape if w else 0, dtype=d)
-                     for (shape, d), w in zip((kinds.get(result, (per_token, wide)) for result in results), wanted))
+        shapes = dict(dx=(x.shape, dtype), dweight=(weight.shape, dweight_dtype), dbias=(weight.shape[:1], wide),
+                      log_probs=(per_token if ids is None else ids.shape, wide))
+        shapes = [shapes.get(result, (per_token, wide)) for result in results]
+        return tuple(x.new_empty(shape if w else 0, dtype=d) for (shape, d), w in zip(shapes, wanted))
 
     def call(*given):
-        args, tensors = dict(zip(names, given)), empty(*given)
-        if not len(args["x"]):
+        args = dict(zip(names, given))
+        tensors, (tokens, hidden_size) = empty(**args), args["x"].shape
+        if not tokens:
             return tuple(t.zero_() for t in tensors)
         args |= more(**args)
         dtype, dweight_dtype, wanted = map(args.pop, ("dtype", "dweight_dtype", "wanted"))
-        (tokens, hidden_size), vocab_size = args["x"].shape, len(args["weight"])
-        for key, t in args.items():
-            if isinstance(t, torch.Tensor):
-                operand = key.endswith(("x", "weight", "bias"))
-                args[key] = dense(t, dtype if operand else torch.float32 if t.is_floating_point() else t.dtype)
+        for key in tensor_names:
+            if (t := args[key]) is not None:
+                args[key] = dense(t, dtype if key in operands else torch.float32 if t.is_floating_point() else t.dtype)
         args |= {result: t for result, t, w in zip(results, tensors, wanted) if w}
-        context(args["x"].device, dtype, "")(f"lce_{name}", args_type, tokens=tokens, hidden_size=hidden_size, vocab_size=vocab_size,
-                                             narrow_dweight=dweight_dtype == dtype, **args)
+        context(args["x"].device, dtype, "")(f"lce_{name}", args_type, tokens=tokens, hidden_size=hidden_size,
+                                             vocab_size=len(args["weight"]), narrow_dweight=dweight_dtype == dtype, **args)
         return tensors
-    return operator_of(name, call, empty, f"{schema} -> ({', '.join(['Tensor'] * len(results))})", *tags)
+    schema = f"{schema} -> ({', '.join(['Tensor'] * len(results))})"
+    return operator_of(name, call, lambda *given: empty(**dict(zip(names, given))), schema, *tags)
 
 
 SCHEMA = ("(Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weights, Tensor? entropy_weights, "
