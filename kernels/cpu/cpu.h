@@ -39,6 +39,8 @@ static inline Tensor cpu_tile(Tensor logits, int64_t b, int64_t t) {
 void cpu_gemm(const Backend *backend, Tensor out, Tensor a, bool a_transposed, Tensor b, bool b_transposed,
               float alpha, bool accumulate);
 const char *cpu_blas(void); // the library's name; NULL: none
+// tile_logits.c: out = x W^T on the calling thread, for operands in its caches.
+void cpu_tile_logits(const Backend *backend, Tensor out, Tensor x, Tensor weight);
 
 // --- codes -------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,13 @@ void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
 
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
-  cpu_gemm(backend, a->dweight, left, true, right, false, a->alpha, a->accumulate);
+  // A head's has a chunk's tokens for terms, and a BLAS's threads wait for each other at each few rows of it.
+  int64_t rows = a->dweight.shape[0], part = rows < 16 * right.shape[0] ? rows : 1536;
+#pragma omp parallel for schedule(dynamic) if (part < rows)
+  for (int64_t p = 0; p < ceil_div(rows, part); p++)
+    cpu_gemm(backend, cpu_part(a->dweight, part, p),
+             tensor_columns(left, p * part, min_i64(part, rows - p * part)), true, right, false, a->alpha,
+             a->accumulate);
   SumColumns bias = {.sum = a->dbias, .x = a->dout, .alpha = a->alpha, .accumulate = a->accumulate};
   if (tensor_exists(a->dbias)) cpu_sum_columns(backend, &bias);
 }

@@ -4,9 +4,10 @@
 // cache, and does with it all that can be done before R is known: logits, exponentials, row sums, and the
 // tile's share of E W. A chunk is cut into about 16 units of (up to 128 rows) x (a slice of the vocabulary);
 // each sums its share of dx, and the shares are added in the order of the slices. The cut follows from the
-// shape alone, so losses and dX have the same bits for any number of threads. dW is one sgemm, whose bits may
-// depend on it. A row whose sum becomes too large takes a higher anchor on the way, and rescales its results
-// so far: each unit for itself, and at the end all units of the row to a common anchor.
+// shape alone, so losses and dX have the same bits for any number of threads. So has dW where V is far larger
+// than a chunk; else it is one sgemm, whose bits may depend on it. A row whose sum becomes too large takes a
+// higher anchor on the way, and rescales its results so far: each unit for itself, and at the end all units of
+// the row to a common anchor.
 //
 // With sampling, E W waits for R and the draws, and then runs over the kept tiles in the same units and
 // order; dW over the kept tiles of a tile's columns, in the order of their rows. REFERENCE.md has figures.
@@ -155,7 +156,7 @@ static void logits_exp_unit(const Backend *backend, const LceLogitsExp *a, const
     Tensor w = cpu_part(scratch->weight, LCE_TILE_COLUMNS, t);
     int64_t column = t * LCE_TILE_COLUMNS, columns = w.shape[0];
     Tensor tile = tensor_2d(logits, DTYPE_F32, rows, columns); // dense: in E, rows are V floats apart
-    cpu_gemm(backend, tile, x, false, w, true, 1.0f, false);
+    cpu_tile_logits(backend, tile, x, w);
     Tensor next = t + 1 < g->tiles ? cpu_part(scratch->weight, LCE_TILE_COLUMNS, t + 1) : (Tensor){0};
     for (int64_t i = 0; i < rows; i++) {
       prefetch_part(next.data, next.shape[0] * next.stride, i, rows);

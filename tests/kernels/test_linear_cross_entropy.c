@@ -515,6 +515,8 @@ HARNESS_TEST(test_layer) {
       {130, 7, 33, 130, .ignored = 0},
       {257, 8, 4100, 257, .ignored = 0},
       {127, 67, 4611, 127, .ignored = 0},
+      {19, 259, 613, 19, .ignored = 0},
+      {5, 2051, 401, 5, .ignored = 0},
       {20000, 4, 40, 4096, .ignored = 0}, // more tokens than targets are added at once
   };
   static const LayerShape mirrored[] = {

@@ -40,8 +40,8 @@ static void logits_gradient_tile(const Backend *backend, const LceLogitsGradient
   const float *bias = a->bias.data;
   bool kept = !tensor_exists(a->x);
   if (!kept)
-    cpu_gemm(backend, tile, cpu_part(a->x, LCE_TILE_ROWS, block), false,
-             cpu_part(a->weight, LCE_TILE_COLUMNS, t), true, 1.0f, false);
+    cpu_tile_logits(backend, tile, cpu_part(a->x, LCE_TILE_ROWS, block),
+                    cpu_part(a->weight, LCE_TILE_COLUMNS, t));
   for (int64_t n = row; n < row + tile.shape[0]; n++) {
     float *d = cpu_row(tile, n - row);
     int64_t target = ((const int32_t *)a->targets.data)[n];
