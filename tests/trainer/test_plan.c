@@ -248,17 +248,25 @@ TEST(test_fp8_keeps_codes) {
 
 // A copy that nothing waits for costs nothing; one that is longer than what it overlaps costs the rest.
 TEST(test_overlap) {
-  Options o =
-      options_on(ON_CUDA, "--model llama-1b --recompute layer --seq-len 4096 --sample-every 0 --plan");
+  Options o = options_on(
+      ON_CUDA, "--model llama-1b --recompute layer --seq-len 4096 --batch 16 --sample-every 0 --plan");
   double alone = plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds;
   o.dtypes.offload = OFFLOAD_ACTIVATIONS;
   assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds < 1.02 * alone);
+  o.dtypes.offload = OFFLOAD_OPTIMIZER;
+  double update_alone = plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds;
+  o.dtypes.offload |= OFFLOAD_GRADIENTS; // beside the next forward pass
+  assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds < 0.95 * update_alone);
   options_free(&o);
   o = options_on(ON_CUDA,
                  "--model llama-1b --recompute layer --seq-len 64 --batch 1 --sample-every 0 --plan");
   alone = plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds;
   o.dtypes.offload = OFFLOAD_WEIGHTS | OFFLOAD_GRADIENTS;
   assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds > 2 * alone);
+  o.dtypes.offload = OFFLOAD_OPTIMIZER;
+  update_alone = plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds;
+  o.dtypes.offload |= OFFLOAD_GRADIENTS; // the forward pass hides next to nothing of it
+  assert_true(plan_run_timed(&o, ON_CUDA, LCE_FUSED).seconds > 1.2 * update_alone);
   options_free(&o);
 }
 
@@ -325,6 +333,19 @@ TEST(test_streams_of_a_plan) {
   sum.async = false;
   all_reduce(b, sum);
   assert_seconds("two collectives", plan_seconds(b), 0.35);
+  copy_out(b, out);
+  copy_out(b, out);
+  in.behind = 1;
+  copy_in(b, in);
+  copies_join(b, 0, ASYNC_EVENTS - 1);
+  assert_seconds("a copy after the first of two", plan_seconds(b), 0.37);
+  copy_in(b, in);
+  Update update = {.weight = x, .m = x, .v = x, .grad = x, .grad_scale = tensor_rows(x, 0, 1), .step = 1};
+  update.after_copies = true; // 0.007 s
+  adamw(b, update);
+  assert_seconds("an update to be joined", plan_seconds(b), 0.37);
+  copies_join(b, 0, 0);
+  assert_seconds("an update after a copy in", plan_seconds(b), 0.387);
   backend_destroy(b);
 }
 
