@@ -399,13 +399,11 @@ def test_fit(folder):
         train(lean + more + options + f" --log {folder}/log").ok()
         materialized = "materialized" in more
         assert abs(read_log(folder / "log")[materialized]["peak_bytes"] - peak) < 2**24, (options, peak)
-    # 24 GiB need the host's memory: the remedy works, and is the setting that was once found by hand.
+    # 24 GiB need the host's memory: the remedy works. Large micro-batches hide the update, and layers' inputs are kept there, too.
     small = lean + "--device-memory 24 "
     train(small + "--fit").fails("not even one sequence of 1024 tokens fits in 24.00 GiB; add --fit offload\n")
     options, _ = chosen(train(small + "--fit offload").ok("  --fp8 --batch "))
-    assert options.startswith("--batch 16 --recompute layer --recompute-layers 2 --lce-chunk 4096 --offload weights,"), options
-    options, _ = chosen(train("--model llama-3b --device cuda --plan --device-memory 24 --seq-len 8192 --fit offload").ok())
-    assert " --recompute-layers " in options and options.endswith("optimizer,activations"), options  # whose layers' inputs are kept there
+    assert re.fullmatch("--batch 64 --recompute layer --recompute-layers .* --offload weights,gradients,optimizer,activations", options), options
     # An offload that costs no time is the next best where it frees little.
     output = train("--model llama-1b --device cuda --plan --device-memory 80 --seq-len 4096 --recompute layer --fit offload").ok()
     best, following = re.findall(r"--batch (.*)\n", output.out)[:2]
@@ -431,7 +429,7 @@ def test_fit(folder):
 def test_fit_prints_what_runs(folder):
     base = "--model llama-8b --max-position-embeddings 65536 --device cuda --plan "
     for more, expected in (("--device-memory 1000 --seq-len 4096 ", ""), ("--device-memory 90 --seq-len 4096 ", "--moment-dtype bf16 "),
-                           ("--device-memory 40 --seq-len 32768 --moment-dtype bf16 --no-master-weights ", "--mlp-chunk 4096 ")):
+                           ("--device-memory 28 --seq-len 32768 --moment-dtype bf16 --no-master-weights ", "--mlp-chunk 4096 ")):
         output = train(base + more + "--fit offload").ok(expected)
         lines = re.findall(r"^ +([\d,]+) tokens/s +\S+ \S+  (.+)$", output.out, re.M)
         rates = [int(rate.replace(",", "")) for rate, _ in lines]
