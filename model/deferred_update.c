@@ -16,9 +16,9 @@ enum { UNIT = MEMORY_ALIGNMENT / 2 }; // elements; every part begins at a multip
 
 // Elements of a part, whose gradients, states and master weights fill half of the buffer.
 static int64_t part_size(const ParameterSet *p) {
-  const Tensor *const roles[] = {p->grad, p->state[0], p->state[1], p->master};
-  size_t bytes = 0, half = tensor_bytes(p->layer_grads) / 2;
-  for (int i = 0; i < 4; i++)
+  const Tensor *const roles[] = {p->state[0], p->state[1], p->master};
+  size_t bytes = dtype_bytes(p->layer_grads.dtype), half = tensor_bytes(p->layer_grads) / 2;
+  for (int i = 0; i < 3; i++)
     if (tensor_exists(roles[i][GROUP_MATRICES])) bytes += dtype_bytes(roles[i][GROUP_MATRICES].dtype);
   return (int64_t)(half / bytes) / UNIT * UNIT;
 }
