@@ -14,16 +14,18 @@ enum { LANES = 16, VECTORS = 4, ROWS = 6, STRIP = LANES * VECTORS, TERMS = 128 }
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef float Quad __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int QuadOrder __attribute__((vector_size(4 * sizeof(int))));
 
 static void transpose_quads(float *to, const float *from, int64_t stride) {
+  const QuadOrder low = {0, 4, 1, 5}, high = {2, 6, 3, 7}; // of two vectors' eight elements
   Quad a = *(const Quad *)from, b = *(const Quad *)(from + stride), c = *(const Quad *)(from + 2 * stride),
        d = *(const Quad *)(from + 3 * stride);
-  Quad ac = __builtin_shufflevector(a, c, 0, 4, 1, 5), bd = __builtin_shufflevector(b, d, 0, 4, 1, 5);
-  *(Quad *)to = __builtin_shufflevector(ac, bd, 0, 4, 1, 5);
-  *(Quad *)(to + STRIP) = __builtin_shufflevector(ac, bd, 2, 6, 3, 7);
-  ac = __builtin_shufflevector(a, c, 2, 6, 3, 7), bd = __builtin_shufflevector(b, d, 2, 6, 3, 7);
-  *(Quad *)(to + 2 * STRIP) = __builtin_shufflevector(ac, bd, 0, 4, 1, 5);
-  *(Quad *)(to + 3 * STRIP) = __builtin_shufflevector(ac, bd, 2, 6, 3, 7);
+  Quad ac = __builtin_shuffle(a, c, low), bd = __builtin_shuffle(b, d, low);
+  *(Quad *)to = __builtin_shuffle(ac, bd, low);
+  *(Quad *)(to + STRIP) = __builtin_shuffle(ac, bd, high);
+  ac = __builtin_shuffle(a, c, high), bd = __builtin_shuffle(b, d, high);
+  *(Quad *)(to + 2 * STRIP) = __builtin_shuffle(ac, bd, low);
+  *(Quad *)(to + 3 * STRIP) = __builtin_shuffle(ac, bd, high);
 }
 
 // strip[p][j] = w[j][p] for p < terms and j < columns.
