@@ -469,6 +469,9 @@ HARNESS_TEST(test_no_rows) {
   check_values(h, "dbias of no rows", dbias, zeros, within(0, 1));
   sum_columns(h->backend, (SumColumns){.sum = sums, .x = dout});
   check_values(h, "column sums of no rows", sums, zeros, within(0, 1));
+  linear_backward_weight(h->backend, (LinearBackwardWeight){.dweight = poisoned(h, DTYPE_F32, 0, 8),
+                                                            .dout = poisoned(h, h->dtype, 5, 0),
+                                                            .x = poisoned(h, h->dtype, 5, 8)});
 }
 
 typedef struct {
