@@ -1,6 +1,6 @@
 // A table of operations that calls the backend's own between two events, which profile_collect reads. An
 // operation on a stream of its own has a third event there: it begins when the compute stream gets to the
-// call and its own stream has done what it was given before.
+// call and its own stream has done what it was given before; AdamW there, when the copies in have, too.
 #include "kernels/base/profile.h"
 
 #include <math.h>
@@ -156,9 +156,10 @@ const ProfileTotals *profile_collect(Backend *backend) {
   for (const Record *r = p->records; r < p->records + p->count; r++) {
     double seconds = between(p->wrapped, r, BEGIN, r, END), own = 0;
     if (r->stream != STREAM_COMPUTE) {
-      const Record *before = last[r->stream];
+      const Record *before = last[r->stream], *copied = r->op == OP_adamw ? last[STREAM_COPY_IN] : NULL;
       own = between(p->wrapped, r, BEGIN, r, OWN);
       if (before) own = fmin(own, between(p->wrapped, before, OWN, r, OWN));
+      if (copied) own = fmin(own, between(p->wrapped, copied, OWN, r, OWN));
       last[r->stream] = r;
     }
     bool step = r->op == OP_step;

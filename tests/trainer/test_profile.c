@@ -53,7 +53,12 @@ FAKE(fake_linear_forward, LinearForward, STREAM_COMPUTE, 3)
 FAKE(fake_all_reduce, Collective, STREAM_COMPUTE, 6) // of one rank, on the compute stream
 FAKE(fake_copy_in, Copy, STREAM_COPY_IN, 5)
 FAKE(fake_copy_out, Copy, STREAM_COPY_OUT, 1)
-FAKE(fake_adamw, Update, STREAM_COMPUTE, 4)
+
+static void fake_adamw(Backend *backend, const Update *a) {
+  (void)backend;
+  if (a->after_copies) now[STREAM_COPY_OUT] = fmax(now[STREAM_COPY_OUT], now[STREAM_COPY_IN]);
+  take(a->after_copies ? STREAM_COPY_OUT : STREAM_COMPUTE, 4);
+}
 
 static void fake_copies_join(Backend *backend, int64_t in, int64_t out) {
   (void)backend, (void)in, (void)out;
@@ -78,10 +83,14 @@ static void one_fake_step(Backend *backend, Tensor m, Tensor v, Tensor one) {
   copy_out(backend, (Copy){.out = v, .x = v});                             // from 3 to 4
   copies_join(backend, 0, 0);                                              // waits from 3 to 10
   all_reduce(backend, (Collective){.out = v, .x = v});                     // to 16
-  adamw(backend, (Update){.weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1}); // to 20
+  Update update = {.weight = v, .m = v, .v = v, .grad = v, .grad_scale = one, .step = 1};
+  adamw(backend, update);                     // to 20
+  copy_in(backend, (Copy){.out = v, .x = v}); // from 20 to 25
+  update.after_copies = true;
+  adamw(backend, update); // behind it, to 29
   profile_phase(backend, PHASE_LOSS);
-  linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // to 23
-  now[STREAM_COMPUTE] += 2;                                                // the host is late
+  linear_forward(backend, (LinearForward){.out = m, .x = m, .weight = m}); // meanwhile to 23
+  now[STREAM_COMPUTE] += 6;                                                // the host is late
   profile_phase(backend, PHASE_NONE);
 }
 
@@ -112,19 +121,19 @@ TEST(test_streams) {
     if (step == 1) created = events_created;
     if (step == 1)
       assert_string_equal(ranges, "step(forward(copy_in()copy_in()linear_forward()copy_out()copies_join()"
-                                  "all_reduce()adamw())loss(linear_forward()))");
+                                  "all_reduce()adamw()copy_in()adamw())loss(linear_forward()))");
     const ProfileTotals *t = profile_collect(backend);
     assert_int_equal(t->steps, step);
-    assert_true(t->step_seconds == 25 * step);
+    assert_true(t->step_seconds == 29 * step);
     assert_group(t, PROFILE_GEMMS, step, 3 * step, 0);
     assert_group(t, PROFILE_HEAD_LOSS, step, 3 * step, 0);
     assert_group(t, PROFILE_COMMUNICATION, step, 6 * step, 0);
-    assert_group(t, PROFILE_COPIES, 3 * step, 7 * step, 11 * step);
-    assert_group(t, PROFILE_OPTIMIZER, step, 4 * step, 0);
-    assert_group(t, PROFILE_IDLE, 0, 2 * step, 0);
+    assert_group(t, PROFILE_COPIES, 4 * step, 7 * step, 16 * step);
+    assert_group(t, PROFILE_OPTIMIZER, 2 * step, 4 * step, 4 * step);
+    assert_group(t, PROFILE_IDLE, 0, 6 * step, 0);
     assert_true(t->groups[PROFILE_GEMMS].flops == 128 * step && t->groups[PROFILE_GEMMS].bytes == 192 * step);
-    assert_true(t->groups[PROFILE_COPIES].bytes == 3 * 16 * step);
-    assert_true(t->groups[PROFILE_OPTIMIZER].bytes == (16 + 2 * 3 * 16) * step); // no master weights
+    assert_true(t->groups[PROFILE_COPIES].bytes == 4 * 16 * step);
+    assert_true(t->groups[PROFILE_OPTIMIZER].bytes == 2 * (16 + 2 * 3 * 16) * step); // no master weights
   }
   assert_int_equal(events_created, created); // they are used again
 
