@@ -1,5 +1,5 @@
-// A step's update: AdamW, each rank in its slices, after the norm of all gradients. Offloaded layers are
-// updated in the next forward pass (deferred_update.c).
+// A step's update: AdamW, each rank in its slices, after the norm of all gradients. On one rank, layers whose
+// gradients and states are offloaded are updated in the next forward pass (deferred_update.c).
 #include "kernels/base/profile.h"
 #include "model/shards.h"
 

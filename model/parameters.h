@@ -168,7 +168,7 @@ bool updates_deferred(const ParameterSet *parameters, const Backend *backend);
 // Begins the deferred update of layer l, whose weights come to its half of layer_values; 0 to the last, in
 // order.
 CopyCount update_deferred_layer(Backend *backend, const ParameterSet *parameters, int64_t l);
-// Comes after the pass's last layer.
+// Ends it after the pass's last layer.
 void end_deferred_update(Backend *backend, ParameterSet *parameters);
 // Makes a deferred update, if there is one, at once: values and states are read next.
 void parameters_finish_update(Backend *backend, ParameterSet *parameters);

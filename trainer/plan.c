@@ -32,7 +32,7 @@ static void open_planned(Trainer *t, Options *options, DeviceKind device) {
 
 // All micro-batches after the first take as long as the second.
 static double time_step(Trainer *t, Options *o, int64_t micro_steps) {
-  if (updates_deferred(&t->model.parameters, t->backend)) step_to_plan(t, NULL, 0); // the next one's update
+  if (updates_deferred(&t->model.parameters, t->backend)) step_to_plan(t, NULL, 0); // its update is timed
   double begin = plan_seconds(t->backend);
   step_to_plan(t, NULL, 0);
   double whole = plan_seconds(t->backend) - begin;
