@@ -35,8 +35,9 @@ void cpu_linear_backward_input(Backend *backend, const LinearBackwardInput *a) {
 
 void cpu_linear_backward_weight(Backend *backend, const LinearBackwardWeight *a) {
   Tensor left = a->in_out_layout ? a->x : a->dout, right = a->in_out_layout ? a->dout : a->x;
-  // A head's dW sums over a chunk's tokens alone: the threads of a BLAS would wait for each other often.
-  int64_t rows = a->dweight.shape[0], part = rows < 16 * right.shape[0] ? max_i64(rows, 1) : 1536;
+  // A head's dW sums over a chunk's tokens alone: the threads of a BLAS would wait for each other often. Parts
+  // are many, for many cores.
+  int64_t rows = a->dweight.shape[0], part = rows < 16 * right.shape[0] ? max_i64(rows, 1) : 384;
 #pragma omp parallel for schedule(dynamic) if (part < rows)
   for (int64_t p = 0; p < ceil_div(rows, part); p++)
     cpu_gemm(backend, cpu_part(a->dweight, part, p),
