@@ -658,7 +658,7 @@ enum { BUCKET_BYTES = 32 << 20 };
 // copy_in: out = x, with out in the device's memory and x reserved with memory_reserve_host; copy_out: the
 // other way. A copy begins when the operations before it are done, and overlaps those that follow, which must
 // leave out alone, and not write x, until copies_join. Copies of one direction run in their order. With
-// after_out it also begins after the copies out before it, but the last `behind` of them.
+// after_out one also waits for the copies out before it, but for the last `behind` of them.
 typedef struct {
   Tensor out, x;  // of one type and size, dense
   bool after_out; // copy_in alone
