@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "kernels/cpu/cpu.h"
+#include "kernels/cpu/vector_math.h"
 
 static void run_adamw(Backend *backend, const Deferred *d) {
   Update now = d->update;
@@ -63,11 +64,9 @@ void cpu_sum_elements(Backend *backend, const SumElements *a) {
   const float *x = a->x.data;
   double *partial = a->workspace.data;
   EACH_PARALLEL (b, blocks) {
-    int64_t last = min_i64(count, (b + 1) * CPU_REDUCE_BLOCK);
-    double sum = 0.0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = b * CPU_REDUCE_BLOCK; i < last; i++) sum += (double)x[i] * (a->squares ? x[i] : 1.0f);
-    partial[b] = sum;
+    const float *block = x + b * CPU_REDUCE_BLOCK;
+    int64_t elements = min_i64(CPU_REDUCE_BLOCK, count - b * CPU_REDUCE_BLOCK);
+    partial[b] = a->squares ? weighted_sum(block, block, elements) : weighted_sum(block, NULL, elements);
   }
   double total = 0.0;
   for (int64_t b = 0; b < blocks; b++) total += partial[b];
