@@ -25,7 +25,8 @@ static int64_t part_size(const ParameterSet *p) {
 
 bool updates_deferred(const ParameterSet *p, const Backend *backend) {
   bool buffered = p->states_offloaded && tensor_exists(p->layer_grads);
-  return buffered && !p->muon && backend->ranks == 1 && part_size(p) > 0;
+  bool by_adamw = tensor_exists(p->state[1][GROUP_MATRICES]); // has second moments
+  return buffered && by_adamw && backend->ranks == 1 && part_size(p) > 0;
 }
 
 static void update_part(Backend *backend, const ParameterSet *p, int64_t l, Range part, bool second_half,
