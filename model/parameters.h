@@ -40,7 +40,8 @@ typedef struct {
 } Parameter;
 
 // Tensors in the host's memory. Weights and gradients of GROUP_MATRICES are copied to and from a double
-// buffer of two layers on the device; embeddings, and the optimizer's tensors, are accessed in place.
+// buffer of two layers on the device; embeddings are accessed in place, and so are the optimizer's tensors,
+// but in a deferred update.
 enum {
   OFFLOAD_WEIGHTS = 1 << 0,
   OFFLOAD_GRADIENTS = 1 << 1,

@@ -66,6 +66,7 @@ void cpu_sum_elements(Backend *backend, const SumElements *a) {
   EACH_PARALLEL (b, blocks) {
     const float *block = x + b * CPU_REDUCE_BLOCK;
     int64_t elements = min_i64(CPU_REDUCE_BLOCK, count - b * CPU_REDUCE_BLOCK);
+    // A choice between the weights, in one call, would stay in its loop and keep it from vectors.
     partial[b] = a->squares ? weighted_sum(block, block, elements) : weighted_sum(block, NULL, elements);
   }
   double total = 0.0;
