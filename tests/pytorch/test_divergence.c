@@ -66,6 +66,9 @@ static void check_case(Harness *h, const void *shape) {
   mask[0] = 1;
   if (s->biases) a.dbias = poisoned_vector(h, DTYPE_F32, s->vocab);
   if (s->weights) {
+    for (int64_t i = 0; i < s->rows * s->teacher_hidden; i++) // of a masked row nothing counts, not even NaN
+      if (!mask[i / s->teacher_hidden]) teacher.x[i] = (double)NAN;
+    a.teacher.x = tensor_from(h, h->dtype, teacher.x, s->rows, s->teacher_hidden);
     a.mask = ids_from(h, mask, s->rows);
     weights = random_values(h, s->rows, 1), a.token_weights = vector_from(h, DTYPE_F32, weights, s->rows);
   }

@@ -1,10 +1,11 @@
-// A divergence on a GPU: a block computes its row's two softmaxes, and from them the loss and the gradient, for
-// which it reads the row once more, or twice where the gradient needs the loss.
+// A divergence on a GPU: a block computes its row's two softmaxes, and from them the loss and the gradient,
+// for which it reads the row once more, or twice where the gradient needs the loss.
 //
 // On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and
 // clusters of 8 blocks hold a row in shared memory until its sums are known: 6 bytes an entry in bf16, two
-// logits and a gradient, are the floor. Each block asks for its part of the row after the next, sums the next
-// one, writes the gradient of the last, and only then waits for the other blocks' sums.
+// logits and a gradient, are the floor. A thread goes through its entries once a row: it adds up this row's,
+// writes the gradient of the row two before, whose sums are there by now, and asks for the row after in its
+// place.
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
@@ -116,17 +117,19 @@ template <typename T> static DEVICE float distance_of(float u, const RowSoftmax 
   return fmaxf((u - s.max) * head.distance, LEAST_DISTANCE);
 }
 
-// Sums over a row's entries, in units of ENTRY_UNIT; of log p and of the excess over lead_at_max under p.
+// Sums over a row's entries, in units of ENTRY_UNIT; of the distance and the excess under p.
 struct RowTotals {
-  float loss = 0, log_p = 0, excess = 0;
-  DEVICE void add(DivergenceTerms terms, DivergenceEntry e, float entry_log_p, float lead_at_max) {
+  float loss = 0, distance = 0, excess = 0;
+  DEVICE void add(DivergenceTerms terms, DivergenceEntry e, float entry_distance, float entry_excess) {
     loss = plus_divergence(loss, terms, e);
-    log_p += e.p * entry_log_p;
-    if (terms.kind != FORWARD_KL) excess += e.p * (e.lead - lead_at_max);
+    distance += e.p * entry_distance;
+    if (terms.kind != FORWARD_KL) excess += e.p * entry_excess;
   }
-  DEVICE void store(const LinearDivergence &a, int64_t row, DivergenceTerms terms) const {
+  // log_sum: the student's.
+  DEVICE void store(const LinearDivergence &a, int64_t row, DivergenceTerms terms, float log_sum) const {
+    float entropy = log_sum + terms.log_share - distance / terms.share;
     write(a.loss, row, counts(a, row) ? ENTRY_UNIT * loss : 0);
-    write(a.entropy, row, counts(a, row) ? ENTRY_UNIT * (terms.log_share - log_p / terms.share) : 0);
+    write(a.entropy, row, counts(a, row) ? ENTRY_UNIT * entropy : 0);
   }
 };
 
@@ -161,33 +164,45 @@ static __global__ void __launch_bounds__(512, 2)
         float distance = distance_of(u[k], r.student, student);
         DivergenceEntry e =
             entry_of_distances(terms, r.student, r.teacher, distance, distance_of(t[k], r.teacher, teacher));
-        if (add) totals.add(terms, e, distance - r.student.log_sum, r.lead_at_max);
-        d[k] = divergence_slope(terms, e.p, e.q, e.lead - r.lead_at_max, mean_excess) * slope[k] * r.scale;
+        float excess = e.lead - r.lead_at_max;
+        if (add) totals.add(terms, e, distance, excess);
+        d[k] = divergence_slope(terms, e.p, e.q, excess, mean_excess) * slope[k] * r.scale;
         if (r.scale == 0) d[k] = 0;
       }
       if (store_gradient) store(student.logits + row * student.stride + i, d);
     }
   };
   pass(true, KIND == FORWARD_KL && backward(a), 0);
-  totals.loss = block_sum(totals.loss), totals.log_p = block_sum(totals.log_p);
-  if (threadIdx.x == 0) totals.store(a, row, terms);
+  totals.loss = block_sum(totals.loss), totals.distance = block_sum(totals.distance);
+  if (threadIdx.x == 0) totals.store(a, row, terms, r.student.log_sum);
   if (KIND != FORWARD_KL && backward(a)) pass(false, true, block_sum(totals.excess) / terms.share);
 }
 
 // --- the same in a cluster, for bf16 -----------------------------------------------------------------------
 
 // Each block of a cluster takes a part of the columns, a thread the entries that it copies itself. `stages`
-// rows are held, 2 or 3: the one to be summed, the one before, and one that is on its way.
-enum { CLUSTER_BLOCKS = 8, HELD_THREADS = 512, ALL_WARPS = CLUSTER_BLOCKS * HELD_THREADS / 32 };
+// rows are held, 3 or 2: the one that is summed, the one before, and one that comes where one leaves.
+enum {
+  CLUSTER_BLOCKS = 8,
+  HELD_THREADS = 512,
+  ALL_WARPS = CLUSTER_BLOCKS * HELD_THREADS / 32,
+  SUMS_HELD = 4, // rows: a block may still read a row's when another, two rows ahead, sends its own
+  LINE = 8       // accesses in a line of the cache: parts start on whole ones
+};
 
-// An entry from log p and log q. For JSD the less of p and q is a product: exponentials are the bottleneck. A
-// template, as before Hopper nothing calls it.
+static __host__ DEVICE int part_of_row(int64_t columns) {
+  constexpr int64_t lines = CLUSTER_BLOCKS * LINE * WIDTH<bf16>;
+  return (int)((columns + lines - 1) / lines) * LINE;
+}
+
+// An entry from log p and log q, which may lack the same constant: p and q then lack its factor. A template,
+// as before Hopper nothing calls it.
 template <DivergenceKind KIND>
 static DEVICE DivergenceEntry entry_of_logs(DivergenceTerms terms, float log_p, float log_q) {
-  float lead = log_p - log_q;
-  if (KIND != JSD) return divergence_entry(terms, ENTRY_EXP(log_p), ENTRY_EXP(log_q), lead);
-  float more = ENTRY_EXP(fmaxf(log_p, log_q)), less = more * ENTRY_EXP(-fabsf(lead));
-  return divergence_entry(terms, lead < 0 ? less : more, lead < 0 ? more : less, lead);
+  float p = ENTRY_EXP(log_p), q = ENTRY_EXP(log_q);
+  if (KIND != JSD) return divergence_entry(terms, p, q, log_p - log_q);
+  float log_sum = log2_approx(p + (q + 1e-36f)); // finite where both underflow
+  return {p, q, log_p - log_sum, log_q - log_sum};
 }
 
 template <DivergenceKind KIND>
@@ -195,106 +210,117 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
     held_kernel(const __grid_constant__ LinearDivergence a, const __grid_constant__ Head<bf16> student,
                 const __grid_constant__ Head<bf16> teacher, DivergenceTerms terms, int stages) {
 #if defined(HOPPER_CODE)
-  extern __shared__ uint4 held[]; // [stages][2][part]: logits of both heads, which become p and its excess
-  __shared__ float sums[2][3][ALL_WARPS]; // RowTotals of the cluster's warps, of a row and the one before
-  __shared__ __align__(8) uint64_t arrived[2]; // ends when they are there
-  constexpr int W = WIDTH<bf16>;
-  const int rank = (int)cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int groups = (int)a.student.logits.shape[1] / W,
-            part = (groups + CLUSTER_BLOCKS - 1) / CLUSTER_BLOCKS, end = min(groups - rank * part, part);
-  const int64_t rows = a.student.logits.shape[0], stride = gridDim.x / CLUSTER_BLOCKS;
+  // [stages][2][part]: logits of both heads, which become p and its excess
+  extern __shared__ __align__(128) uint4 held[];
+  __shared__ float sums[SUMS_HELD][3][ALL_WARPS];      // RowTotals of the cluster's warps
+  __shared__ float log_sums[SUMS_HELD];                // the students'
+  __shared__ __align__(8) uint64_t arrived[SUMS_HELD]; // ends when the sums are there
+  constexpr int W = WIDTH<bf16>, TURNS = 2;            // copies are waited for by halves of a row
+  const int rank = (int)cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32, lag = stages - 1;
+  const int64_t columns = a.student.logits.shape[1];
+  const int part = part_of_row(columns), end = min((int)columns / W - rank * part, part),
+            turn = (part + TURNS * HELD_THREADS - 1) / (TURNS * HELD_THREADS) * HELD_THREADS;
+  const int rows = (int)a.student.logits.shape[0], stride = gridDim.x / CLUSTER_BLOCKS;
   const RowTerms *row_terms = data_of<RowTerms>(a.row_terms);
   terms.kind = KIND;
-  if (threadIdx.x < 2) mbarrier_init(&arrived[threadIdx.x], 1);
+  if (threadIdx.x < SUMS_HELD) mbarrier_init(&arrived[threadIdx.x], 1);
   mbarrier_init_fence();
   cluster_sync();
 
   auto part_of = [&](const Head<bf16> &head, int64_t row) {
-    return reinterpret_cast<uint4 *>(head.logits + row * head.stride) + rank * part;
+    int64_t first = row * head.stride + rank * part * W;
+    asm volatile("" : "+l"(first)); // else it is computed again for each access
+    return reinterpret_cast<uint4 *>(head.logits + first);
   };
-  auto fetch = [&](int64_t row, int stage) {
-    const uint4 *own = part_of(student, row), *other = part_of(teacher, row);
-    uint4 *to = held + stage * 2 * part;
-    for (int i = threadIdx.x; row < rows && i < end; i += HELD_THREADS) {
-      attention::copy_16(shared_address(to + i), own + i, true);
-      attention::copy_16(shared_address(to + part + i), other + i, true);
+  // A thread copies what it reads, so no barrier is needed; but the compiler may move no access past a copy.
+  auto fence = [] { asm volatile("" ::: "memory"); };
+  auto copy = [&](uint4 *to, const uint4 *own, const uint4 *other, int i, bool valid) {
+    fence();
+    attention::copy_16(shared_address(to + i), own + i, valid);
+    attention::copy_16(shared_address(to + part + i), other + i, valid);
+  };
+  // Calls body(i) for each of the thread's accesses, once the copies that it began a row ago are there.
+  auto each_access = [&](auto body) {
+    int i = threadIdx.x;
+#pragma unroll 1
+    for (int last = turn; last <= TURNS * turn; last += turn) {
+      attention::copies_wait<TURNS - 1>();
+      fence();
+#pragma unroll 1
+      for (; i < min(end, last); i += HELD_THREADS) body(i);
+      attention::copies_commit();
     }
-    attention::copies_commit();
-  };
-  // log p of a logit u, in units of ENTRY_UNIT: u distance + shift
-  auto shift_of = [](const RowSoftmax &s, const Head<bf16> &head) {
-    return -fmaf(s.max, head.distance, s.log_sum);
   };
 
-  int64_t row = blockIdx.x / CLUSTER_BLOCKS;
-  for (int i = 0; i < stages - 1; i++) fetch(row + i * stride, i);
-  RowTerms r = {}, next = row_terms[row];
-  float mean_excess = 0;
-  for (int n = 0, stage = 0, before = stages - 1;; n++, row += stride) {
-    float scale = r.scale;
-    uint64_t *barrier = &arrived[n % 2];
-    if (row < rows) {
-      r = next;
-      if (row + stride < rows) next = row_terms[row + stride];
-      if (stages > 2)
-        attention::copies_wait<1>();
-      else
-        attention::copies_wait<0>();
-      float shift = shift_of(r.student, student), teacher_shift = shift_of(r.teacher, teacher);
-      RowTotals totals;
-      uint4 *own = held + stage * 2 * part, *other = own + part, *out = part_of(student, row);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
-        float u[W], t[W], p[W], excess[W], d[W];
-        unpack(u, own[i]);
-        unpack(t, other[i]);
-        EACH (k, W) {
-          float log_p = fmaf(u[k], student.distance, shift),
-                log_q = fmaf(t[k], teacher.distance, teacher_shift);
-          DivergenceEntry e = entry_of_logs<KIND>(terms, log_p, log_q);
-          totals.add(terms, e, log_p, r.lead_at_max);
-          p[k] = e.p, excess[k] = e.lead - r.lead_at_max;
-          d[k] = divergence_slope(terms, e.p, e.q, 0, 0) * r.scale;
-        }
-        if (KIND != FORWARD_KL)
-          own[i] = packed(p), other[i] = packed(excess);
-        else if (backward(a))
-          out[i] = r.scale == 0 ? uint4{} : packed(d);
-      }
-      float loss = warp_sum(totals.loss), log_p = warp_sum(totals.log_p), excess = warp_sum(totals.excess);
-      int which = lane / CLUSTER_BLOCKS;
-      float sum = which == 0 ? loss : which == 1 ? log_p : excess;
-      if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, sizeof sums[0]);
-      if (which < 3)
-        store_async_remote(reinterpret_cast<int *>(&sums[n % 2][which][rank * HELD_THREADS / 32 + warp]),
-                           __float_as_int(sum), barrier, lane % CLUSTER_BLOCKS);
-    }
-    if (KIND != FORWARD_KL && n > 0 && backward(a)) { // of the row before
-      const uint4 *own = held + before * 2 * part, *other = own + part;
-      uint4 *out = part_of(student, row - stride);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < end; i += HELD_THREADS) {
-        float p[W], excess[W], d[W];
-        unpack(p, own[i]);
-        unpack(excess, other[i]);
-        EACH (k, W) d[k] = divergence_slope(terms, p[k], 0, scale * excess[k], scale * mean_excess);
-        out[i] = scale == 0 ? uint4{} : packed(d);
+  int row = blockIdx.x / CLUSTER_BLOCKS;
+  uint4 *own = held, *kept = held + 2 * part; // kept: of the row before, whose place the row after takes
+  RowTerms next = row_terms[row];
+  each_access([&](int i) { copy(own, part_of(student, row), part_of(teacher, row), i, true); });
+  for (unsigned n = 0; row - lag * stride < rows; n++, row += stride) {
+    const int before = row - lag * stride, after = row + stride;
+    const RowTerms r = next;
+    if (after < rows) next = row_terms[after];
+    float mean_excess = 0; // of the row before
+    if (before >= 0) {
+      const unsigned slot = (n - lag) % SUMS_HELD;
+      mbarrier_wait(&arrived[slot], (n - lag) / SUMS_HELD & 1);
+      auto sum_of = [&](int which) {
+        float sum = 0;
+        EACH (k, ALL_WARPS / 32) sum += sums[slot][which][lane + 32 * k];
+        return warp_sum(sum);
+      };
+      mean_excess = sum_of(2) / terms.share;
+      if (rank == 0 && warp == 0) {
+        RowTotals totals = {sum_of(0), sum_of(1)};
+        if (lane == 0) totals.store(a, before, terms, log_sums[slot]);
       }
     }
-    if (row >= rows) break;
-    fetch(row + (stages - 1) * stride, before);
-    before = stage, stage = stage + 1 < stages ? stage + 1 : 0;
-    mbarrier_wait(barrier, n / 2 & 1);
-    auto sum_of = [&](int which) {
-      float sum = 0;
-      EACH (k, ALL_WARPS / 32) sum += sums[n % 2][which][lane + 32 * k];
-      return warp_sum(sum);
-    };
-    mean_excess = sum_of(2) / terms.share;
-    if (rank == 0 && warp == 0) {
-      RowTotals totals = {sum_of(0), sum_of(1)};
-      if (lane == 0) totals.store(a, row, terms);
+    // A logit times its head's distance, plus a shift, is log p + the student's log_sum, near 0 where p is
+    // large; for the teacher log q + the same. So p and the sums lack a factor of inv_sum.
+    const float shift = -r.student.max * student.distance,
+                teacher_shift = fmaf(-r.teacher.max, teacher.distance, r.student.log_sum - r.teacher.log_sum),
+                scale = r.scale * r.student.inv_sum, excess_shift = -r.lead_at_max * scale;
+    const bool none = scale == 0;
+    const uint4 *own_after = part_of(student, after), *other_after = part_of(teacher, after);
+    uint4 *out = part_of(student, KIND == FORWARD_KL ? row : before);
+    RowTotals totals;
+    each_access([&](int i) {
+      float u[W], t[W], p[W], excess[W], d[W];
+      unpack(u, own[i]);
+      unpack(t, own[part + i]);
+      EACH (k, W) {
+        float log_p = fmaf(u[k], student.distance, shift),
+              log_q = fmaf(t[k], teacher.distance, teacher_shift);
+        DivergenceEntry e = entry_of_logs<KIND>(terms, log_p, log_q);
+        p[k] = e.p, excess[k] = fmaf(e.lead, scale, excess_shift);
+        totals.add(terms, e, log_p, excess[k]);
+        d[k] = divergence_slope(terms, e.p, e.q, 0, 0) * scale;
+      }
+      if (KIND == FORWARD_KL) {
+        if (row < rows && backward(a)) out[i] = none ? uint4{} : packed(d);
+      } else {
+        own[i] = none ? uint4{} : packed(p), own[part + i] = none ? uint4{} : packed(excess);
+        unpack(p, kept[i]);
+        unpack(excess, kept[part + i]);
+        EACH (k, W) d[k] = divergence_slope(terms, p[k], 0, excess[k], mean_excess);
+        if (before >= 0 && backward(a)) out[i] = packed(d);
+      }
+      copy(kept, own_after, other_after, i, after < rows);
+    });
+    own = kept, kept = kept + 2 * part < held + stages * 2 * part ? kept + 2 * part : held;
+    if (row >= rows) continue;
+    const unsigned slot = n % SUMS_HELD;
+    float loss = warp_sum(totals.loss), distance = warp_sum(totals.distance),
+          excess = warp_sum(totals.excess);
+    int which = lane / CLUSTER_BLOCKS;
+    float sum = which == 0 ? loss : which == 1 ? distance : none ? 0 : excess;
+    if (threadIdx.x == 0) {
+      log_sums[slot] = r.student.log_sum;
+      mbarrier_arrive_expect_tx(&arrived[slot], sizeof sums[0]);
     }
+    if (which < 3)
+      store_async_remote(reinterpret_cast<int *>(&sums[slot][which][rank * HELD_THREADS / 32 + warp]),
+                         __float_as_int(sum * r.student.inv_sum), &arrived[slot], lane % CLUSTER_BLOCKS);
   }
 #endif
 }
@@ -304,8 +330,8 @@ template <DivergenceKind KIND>
 static bool held_divergence(KernelLaunch launch, const LinearDivergence *a, const Head<bf16> &student,
                             const Head<bf16> &teacher, const DivergenceTerms &terms) {
   int64_t rows = a->student.logits.shape[0], columns = a->student.logits.shape[1];
-  int64_t bytes = 2 * 16 * ceil_div(columns, CLUSTER_BLOCKS * WIDTH<bf16>); // of a part
-  int stages = (int)min_i64(3, ((227 - 4) << 10) / bytes), clusters;        // 4 KiB for the sums
+  int64_t bytes = 2 * 16 * part_of_row(columns);                     // of a part
+  int stages = (int)min_i64(3, ((227 - 8) << 10) / bytes), clusters; // 8 KiB for the sums
   if (!student.best || !teacher.best || columns % WIDTH<bf16> || stages < 2) return false;
   launch.block = 256;
   launch_kernel(launch, divergence_kernel<bf16, KIND, true>, *a, student, teacher, terms);
