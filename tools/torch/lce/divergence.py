@@ -92,10 +92,10 @@ def linear_divergence(x, weight, teacher_x, teacher_weight, kind="forward_kl", *
     token_weights: of that shape. reduction: "sum", "none", or "mean": the sum over the number of tokens that count
     (without any NaN, with gradient 0). entropy=True: also the student's entropy per token, without gradient.
     "mean" and "sum" make the gradients in the forward pass, in four GEMMs; "none" takes six. chunk: tokens at a time; 0
-    lets the library choose (2,048 on a GPU). Computes, and stores a chunk's logits [chunk, V] of the student and, on a GPU
-    in halves, of the teacher, in fp32 on the CPU, and on a GPU in x's dtype or autocast's, whatever the other tensors have;
-    statistics are fp32, and a gradient has its parameter's dtype. dweight is summed over chunks in fp32, or in W's dtype
-    where there are at most four. skip_ignored: masked tokens take no time; on a GPU the host then waits to learn how many there are.
+    lets the library choose (2,048 on a GPU). Computes, and stores a chunk's logits [chunk, V] of both heads, in fp32 on the CPU,
+    and on a GPU in x's dtype or autocast's, whatever the other tensors have; statistics are fp32, and a gradient has its
+    parameter's dtype. dweight is summed over chunks in fp32, or in W's dtype where there are at most four. skip_ignored:
+    masked tokens take no time; on a GPU the host then waits to learn how many there are.
     """
     if group is not None:
         raise ValueError("linear_divergence needs both heads whole; gather them, or leave out group")

@@ -1,7 +1,7 @@
 // The loop over chunks of C tokens. A token's gradient needs both heads' logits and no other token, so it is computed
 // in the forward pass while they are at hand:
 //
-//     Z  = x W^T,  Z' = x' W'^T       [C, V] each, stored in x's dtype; Z' in two halves on a GPU
+//     Z  = x W^T,  Z' = x' W'^T       [C, V] each, stored in x's dtype
 //     Z  = its own gradient           a pass for each row's two softmaxes, one or two for the rest
 //     dX = Z W,  dW += Z^T x
 //
@@ -41,8 +41,7 @@ static void check(Op op, const LinearDivergence *a) {
 }
 
 static LinearDivergence rows_of(LinearDivergence a, int64_t first, int64_t count) {
-  Tensor *per_token[] = {&a.student.x, &a.student.logits, &a.student.best, &a.student.sums,  &a.teacher.x,
-                         &a.loss,      &a.entropy,        &a.mask,         &a.token_weights, &a.dx};
+  Tensor *per_token[] = {&a.student.x, &a.teacher.x, &a.loss, &a.entropy, &a.mask, &a.token_weights, &a.dx};
   for (size_t i = 0; i < sizeof per_token / sizeof *per_token; i++)
     *per_token[i] = tensor_rows(*per_token[i], first, count);
   return a;
@@ -69,22 +68,18 @@ void linear_divergence(Backend *backend, LinearDivergence a) {
   check(__func__, &a);
   Memory *memory = &backend->memory;
   int64_t tokens = a.student.x.shape[0], size = lce_used_chunk(tokens, a.chunk);
-  int64_t most = backend->device == ON_CUDA ? ceil_div(size, 2) : size; // of a chunk, for the teacher
   for (int64_t first = 0; first < tokens; first += size) {
     MemoryMark mark = memory_mark(memory);
     int64_t count = min_i64(size, tokens - first);
     LinearDivergence chunk = rows_of(a, first, count);
     push_logits_of(backend, "student's logits", &chunk.student);
     MemoryMark teachers = memory_mark(memory);
-    for (int64_t at = 0; at < count; at += most) {
-      LinearDivergence part = rows_of(chunk, at, min_i64(most, count - at));
-      push_logits_of(backend, "teacher's logits", &part.teacher);
-      if (backend->device == ON_CUDA)
-        part.row_terms = memory_push_2d(memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32,
-                                        part.student.x.shape[0], DIVERGENCE_ROW_FLOATS);
-      if (!memory->planning) ON_DEVICE(divergence)(backend, &part);
-      memory_pop_to(memory, teachers);
-    }
+    push_logits_of(backend, "teacher's logits", &chunk.teacher);
+    if (backend->device == ON_CUDA)
+      chunk.row_terms =
+          memory_push_2d(memory, "rows' softmaxes", MEMORY_HEAD, DTYPE_F32, count, DIVERGENCE_ROW_FLOATS);
+    if (!memory->planning) ON_DEVICE(divergence)(backend, &chunk);
+    memory_pop_to(memory, teachers);
     Tensor dout = chunk.student.logits, x = chunk.student.x, weight = a.student.weight;
     if (tensor_exists(a.dx))
       linear_backward_input(backend, (LinearBackwardInput){.dx = chunk.dx, .dout = dout, .weight = weight});

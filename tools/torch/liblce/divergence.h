@@ -41,8 +41,8 @@ enum { DIVERGENCE_NARROW_CHUNKS = 4, DIVERGENCE_ROW_FLOATS = 8 };
 // The library's choice of a chunk.
 int64_t divergence_chunk(const Backend *backend, int64_t tokens);
 
-// The caller owns every tensor; a call pushes the student's logits [C, V] and the teacher's, on a GPU of half as many
-// tokens, as MEMORY_HEAD, and pops them before it returns.
+// The caller owns every tensor; a call pushes both heads' logits [C, V] as MEMORY_HEAD, and pops them before it
+// returns.
 void linear_divergence(Backend *backend, LinearDivergence a);
 
 // Losses and entropies of a chunk, whose logits are there, and with dx or dweight the gradient in their place.

@@ -197,9 +197,8 @@ int lce_ids_log_probs(lce_context *context, const lce_ids_args *args);
 //   kind 0: KL(q || p)   1: KL(p || q)   2: beta KL(q || m) + (1 - beta) KL(p || m), m = (1 - beta) p + beta q
 //
 // and the gradients of sum_n token_weights[n] loss[n] with respect to the student's x, weight and bias. They hold no
-// factor of temperature^2. The student's logits of a chunk are stored in the context's dtype, and the teacher's of as many
-// tokens, or of half as many on a GPU. Where a bias of minus infinity masks an entry of one head alone, a divergence that
-// is infinite is about 1e30.
+// factor of temperature^2. Both heads' logits of a chunk are stored in the context's dtype. Where a bias of minus
+// infinity masks an entry of one head alone, a divergence that is infinite is about 1e30.
 typedef struct {
   int64_t tokens, hidden_size, teacher_hidden_size, vocab_size, chunk;
   int32_t kind, narrow_dweight; // narrow_dweight as in lce_args: in four chunks at most
