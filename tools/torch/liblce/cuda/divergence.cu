@@ -10,7 +10,7 @@
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
 
-// log2 x of x in [1, 2], to within 2^-22.
+// log2 x, to within 2^-22 for x in [0.5, 2], else to 2^-22 of itself.
 static DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -181,12 +181,13 @@ static __global__ void __launch_bounds__(512, 2)
 // --- the same in a cluster, for bf16 -----------------------------------------------------------------------
 
 // Each block of a cluster takes a part of the columns, a thread the entries that it copies itself. `stages`
-// rows are held, 3 or 2: the one that is summed, the one before, and one that comes where one leaves.
+// rows are held, 3 or 2. A row's gradient is written `lag` = stages - 1 rows later, when its sums have had
+// time to arrive, and the next row takes its place.
 enum {
   CLUSTER_BLOCKS = 8,
   HELD_THREADS = 512,
   ALL_WARPS = CLUSTER_BLOCKS * HELD_THREADS / 32,
-  SUMS_HELD = 4, // rows: a block may still read a row's when another, two rows ahead, sends its own
+  SUMS_HELD = 4, // at least 2 lag: a block may read a row's sums while another sends the third row's after
   LINE = 8       // accesses in a line of the cache: parts start on whole ones
 };
 
@@ -232,7 +233,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
     asm volatile("" : "+l"(first)); // else it is computed again for each access
     return reinterpret_cast<uint4 *>(head.logits + first);
   };
-  // A thread copies what it reads, so no barrier is needed; but the compiler may move no access past a copy.
+  // A thread copies what it reads, so no barrier is needed; but copies do not say that they touch memory.
   auto fence = [] { asm volatile("" ::: "memory"); };
   auto copy = [&](uint4 *to, const uint4 *own, const uint4 *other, int i, bool valid) {
     fence();
@@ -280,7 +281,7 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
     const float shift = -r.student.max * student.distance,
                 teacher_shift = fmaf(-r.teacher.max, teacher.distance, r.student.log_sum - r.teacher.log_sum),
                 scale = r.scale * r.student.inv_sum, excess_shift = -r.lead_at_max * scale;
-    const bool none = scale == 0;
+    const bool none = r.scale == 0; // whatever its logits are
     const uint4 *own_after = part_of(student, after), *other_after = part_of(teacher, after);
     uint4 *out = part_of(student, KIND == FORWARD_KL ? row : before);
     RowTotals totals;
@@ -313,14 +314,15 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
     float loss = warp_sum(totals.loss), distance = warp_sum(totals.distance),
           excess = warp_sum(totals.excess);
     int which = lane / CLUSTER_BLOCKS;
-    float sum = which == 0 ? loss : which == 1 ? distance : none ? 0 : excess;
+    float sum = which == 0 ? loss : which == 1 ? distance : excess;
+    sum = none && which == 2 ? 0 : sum * r.student.inv_sum;
     if (threadIdx.x == 0) {
       log_sums[slot] = r.student.log_sum;
       mbarrier_arrive_expect_tx(&arrived[slot], sizeof sums[0]);
     }
     if (which < 3)
       store_async_remote(reinterpret_cast<int *>(&sums[slot][which][rank * HELD_THREADS / 32 + warp]),
-                         __float_as_int(sum * r.student.inv_sum), &arrived[slot], lane % CLUSTER_BLOCKS);
+                         __float_as_int(sum), &arrived[slot], lane % CLUSTER_BLOCKS);
   }
 #endif
 }
