@@ -4,8 +4,8 @@
 // On Hopper the GEMM that makes the logits leaves each tile's part of a softmax (logit_tiles.cu), and
 // clusters of 8 blocks hold a row in shared memory until its sums are known: 6 bytes an entry in bf16, two
 // logits and a gradient, are the floor. A thread goes through its entries once a row: it adds up this row's,
-// writes the gradient of the row two before, whose sums are there by now, and asks for the row after in its
-// place.
+// writes the gradient of one added up a row or two ago, whose sums are there by now, and asks for the next
+// row in its place.
 #include "kernels/cuda/attention_mma.cuh"
 #include "kernels/cuda/hopper_gemm.h"
 #include "kernels/cuda/hopper_ptx.cuh"
@@ -254,14 +254,14 @@ static __global__ void __launch_bounds__(HELD_THREADS, 1)
   };
 
   int row = blockIdx.x / CLUSTER_BLOCKS;
-  uint4 *own = held, *kept = held + 2 * part; // kept: of the row before, whose place the row after takes
+  uint4 *own = held, *kept = held + 2 * part; // kept: of row `before`, whose place row `after` takes
   RowTerms next = row_terms[row];
   each_access([&](int i) { copy(own, part_of(student, row), part_of(teacher, row), i, true); });
   for (unsigned n = 0; row - lag * stride < rows; n++, row += stride) {
     const int before = row - lag * stride, after = row + stride;
     const RowTerms r = next;
     if (after < rows) next = row_terms[after];
-    float mean_excess = 0; // of the row before
+    float mean_excess = 0; // of row `before`
     if (before >= 0) {
       const unsigned slot = (n - lag) % SUMS_HELD;
       mbarrier_wait(&arrived[slot], (n - lag) / SUMS_HELD & 1);
